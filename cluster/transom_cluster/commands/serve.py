@@ -105,7 +105,9 @@ def _wait_for_first_response(cluster: LocalRay, config: ServerConfig, *, writes_
                 raise StartFailed(f"No router answered within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
         body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        path, body = ("/v1/completions", body) if writes_text else ("/v1/embeddings", {"input": "Hello"})
+        path = "/v1/completions"
+        if not writes_text:
+            path, body = "/v1/embeddings", {"input": "Hello"}
         for model in (config.served_model_name, *(name for name, _ in config.lora_modules)):
             try:
                 response = client.post(path, json={"model": model, **body})

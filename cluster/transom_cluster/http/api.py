@@ -124,9 +124,8 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def on_http_exception(request: Request, error: Exception) -> Response:
         if isinstance(error.__cause__, ClientDisconnect):
             raise error.__cause__
-        if isinstance(
-            error.__cause__, (HttpError, TransomError)
-        ):  # FastAPI's, of what was raised while the body was read
+        # FastAPI's own error, of what was raised while it read the body.
+        if isinstance(error.__cause__, (HttpError, TransomError)):
             return await on_error(request, error.__cause__)
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = getattr(error, "headers", None) or {}

@@ -63,9 +63,8 @@ class AdapterSlots:
         self._waiting: dict[User, Adapter] = {}  # in the order in which they came
         self._used: dict[User, int] = {}  # user -> number of its slot
         self._finding: dict[str, Future[AdapterFiles]] = {}  # an adapter's identity -> its files
-        self._reading: set[Future[AdapterFiles]] = (
-            set()
-        )  # those of `_finding` that have no result yet, and perhaps older ones
+        # Those of `_finding` that have no result yet, and perhaps older ones.
+        self._reading: set[Future[AdapterFiles]] = set()
         self._has_changed = False  # since the last `take`, so that a waiting user may get a slot
         self._time = 0
         self._num_loads, self._load_s = 0, 0.0
@@ -75,9 +74,8 @@ class AdapterSlots:
         """Whether `take` may find something to do: a slot may be free for a waiting user, or an adapter's files are read."""
         if not self._waiting:
             return False
-        return (
-            bool(self._reading) or self._has_changed
-        )  # in this order: `_note_end` sets the second before it changes the first
+        # In this order: `_note_end` sets the second before it changes the first.
+        return bool(self._reading) or self._has_changed
 
     def check(self, adapter: Adapter | None) -> None:
         """Raise RequestError if a request has an adapter, and this worker takes none."""

@@ -295,7 +295,8 @@ class AdmissionControl:
         return victim is not None and self._claim(victim)
 
     def _victim_for_blocks(self, client: Client) -> Sequence | None:
-        """Return the sequence whose memory a client claims now; None if there is none, or a step in flight will free blocks."""
+        """Return the sequence that a claim of memory by this client preempts; None if there is none, or a step in flight frees
+        blocks."""
         if len(self.clients) == 1 or self._num_awaiting_release:
             return None
         return self.fair.for_blocks(client)

@@ -80,8 +80,8 @@ def _values(lark: LarkText, schema: Any, root: Mapping[str, Any], markup: Parame
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 yield json_type(value), f"{lark.literal(text) if text else ''} {lark.marker(markup.end)}"
             continue
-        kinds = schema_types(choice, root)
-        if "string" in kinds:
+        types = schema_types(choice, root)
+        if "string" in types:
             yield "string", string_expression(lark, choice, end=markup.end, without=markup.other_ends)
-        for kind in sorted(kinds - {"string"}):
+        for kind in sorted(types - {"string"}):
             yield kind, f"{lark.json(with_definitions(of_type(choice, kind), root))} {lark.marker(markup.end)}"

@@ -28,7 +28,7 @@ from transom_worker.planner.plan import CachePlan, plan_cache, with_rank_shares
 
 # The version of the code that computes numbers: a digest of its sources without comments. tests/worker/execution/setup/
 # test_numerics.py says when another is due, and which. It is written here since reading the sources takes a second of a core.
-NUMERICS = "c9a437d73e9fb691"
+NUMERICS = "b9eb2c7d42634336"
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 

@@ -43,7 +43,6 @@ def load_weights(
 def _quantization_config(config: Mapping[str, Any]) -> Any:
     """Return what a config.json says of quantised weights; multimodal models may say it of the text decoder alone."""
     inner = config.get("text_config")
-    found = config.get(
-        "quantization_config", config.get("compression_config")
-    )  # the latter by compressed-tensors until 2024
+    # compressed-tensors wrote the second name until 2024
+    found = config.get("quantization_config", config.get("compression_config"))
     return inner.get("quantization_config") if found is None and isinstance(inner, Mapping) else found
